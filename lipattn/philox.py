@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int
 from torch import Tensor
 
 from lipattn._validate import integer, refuse
@@ -69,7 +69,7 @@ def _words(count: int, seed: Tensor, place: tuple[Tensor, Tensor], stream: int) 
 
 
 def uniform(
-    count: int, seed: Int64[Tensor, "*runs"], place: tuple[Tensor, Tensor], stream: int
+    count: int, seed: Int[Tensor, "*runs"], place: tuple[Tensor, Tensor], stream: int
 ) -> Float64[Tensor, "*places count"]:
     """`count` numbers uniform on (0, 1), never 0 or 1, for each seed and place.
 
@@ -91,7 +91,7 @@ def uniform(
 
 
 def normal(
-    count: int, seed: Int64[Tensor, "*runs"], place: tuple[Tensor, Tensor], stream: int
+    count: int, seed: Int[Tensor, "*runs"], place: tuple[Tensor, Tensor], stream: int
 ) -> Float64[Tensor, "*places count"]:
     r"""`count` standard normal numbers for each seed and place.
 
