@@ -1,0 +1,112 @@
+"""What the book's build needs beyond Jupyter Book: a cache that knows the library, our scripts, and no dead ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lipattn
+from lipattn.book import _quiet_kernels, library_hash
+
+__all__ = ["setup"]
+
+FIGURE = 'class="lipattn-figure"'
+PLOTLY = "../vendor/plotly/plotly-cartesian.min.js"  # relative to _static; html_extra_path puts it beside the pages
+FIGURES_SCRIPT = "../site/figures.js"
+STYLE = "../site/book.css"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def _name_cache(app: Any, config: Any) -> None:
+    """Name the execution cache by the library's sources: outputs never outlive the code that made them."""
+    caches = Path(app.outdir).parent / ".jupyter_cache"
+    cache = caches / library_hash()[:16]
+    if caches.is_dir():
+        for old in caches.iterdir():
+            if old != cache:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+    config.nb_execution_cache_path = str(cache)
+
+
+def _check_assets(app: Any, config: Any) -> None:
+    """Refuse to build from vendored files that are missing or differ from what `versions.json` records."""
+    from sphinx.errors import ConfigError
+
+    assets = Path(app.srcdir) / "_assets"
+    record = assets / "vendor" / "versions.json"
+    if not record.is_file():
+        raise ConfigError(f"{record} is missing: run `python tools/vendor.py`")
+    for package, entry in json.loads(record.read_text()).items():
+        for name, digest in entry["files"].items():
+            path = assets / "vendor" / name
+            if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+                raise ConfigError(f"{path} of {package} is missing or changed: run `python tools/vendor.py`")
+    for name in (FIGURES_SCRIPT, STYLE):
+        if not (assets / name.removeprefix("../")).is_file():
+            raise ConfigError(f"{assets / name.removeprefix('../')} is missing")
+
+
+def _page_scripts(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Figures' scripts on pages that have figures; no thebe (it asks another site) and no saved widget state on any."""
+    scripts = context.get("script_files", [])
+    scripts[:] = [script for script in scripts if not _is_unwanted(script)]
+    if FIGURE in context.get("body", ""):
+        app.add_js_file(PLOTLY, loading_method="defer", priority=800)
+        app.add_js_file(FIGURES_SCRIPT, loading_method="defer", priority=810)
+
+
+def _is_unwanted(script: Any) -> bool:
+    attributes = getattr(script, "attributes", {})
+    return (
+        "thebe" in str(getattr(script, "filename", ""))
+        or "THEBE_JS_URL" in (attributes.get("body") or "")
+        or attributes.get("type") == WIDGET_STATE
+    )
+
+
+_FONTAWESOME_SCRIPT = re.compile(r'\s*<script [^>]*src="[^"]*/fontawesome/[^"]*/js/[^"]*"[^>]*></script>')
+_FONTAWESOME_PRELOAD = re.compile(r'\s*<link [^>]*rel="pre(?:load|fetch)"[^>]*fontawesome[^>]*/?>')
+
+
+def _finish(app: Any, exception: Exception | None) -> None:
+    """Drop FontAwesome's script (its style sheet draws the same icons, 0.5 MB lighter) and print what each page took."""
+    if exception is not None or app.builder.format != "html":
+        return
+    for page in Path(app.outdir).rglob("*.html"):
+        if "_static" in page.parts or "vendor" in page.parts:
+            continue
+        text = page.read_text(encoding="utf-8")
+        lighter = _FONTAWESOME_PRELOAD.sub("", _FONTAWESOME_SCRIPT.sub("", text))
+        if lighter != text:
+            page.write_text(lighter, encoding="utf-8")
+    _print_times(app)
+
+
+def _print_times(app: Any) -> None:
+    from myst_nb.sphinx_ import NbMetadataCollector
+    from sphinx.util import logging
+
+    times = {}
+    for name in sorted(app.env.found_docs):
+        data = NbMetadataCollector.get_exec_data(app.env, name)
+        if data and data.get("runtime") is not None:
+            times[name] = round(float(data["runtime"]), 2)
+    (Path(app.outdir).parent / "times.json").write_text(json.dumps(times, indent=2) + "\n")
+    log = logging.getLogger(__name__)
+    for name, seconds in times.items():
+        log.info("%-32s executed in %6.1f s", name, seconds)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Sphinx's entry point."""
+    _quiet_kernels()
+    app.connect("config-inited", _check_assets)
+    app.connect("config-inited", _name_cache)
+    app.connect("html-page-context", _page_scripts, priority=900)
+    app.connect("build-finished", _finish)
+    app.add_css_file(STYLE, priority=900)
+    return {"version": lipattn.__version__, "parallel_read_safe": True, "parallel_write_safe": True}
