@@ -1,8 +1,8 @@
 """The figures of the book: numbers in, a plotly figure out. Nothing here trains, samples or shows on its own.
 
 One palette serves the whole book (`MECHANISM_STYLE`, `QUANTITY_STYLE`): a colour, a line style and a marker for each
-mechanism and each quantity, so that no figure relies on colour alone. `new_figure` lays panels out, the builders draw into
-them, and `publish` writes the figure into a notebook in a form that a static page draws in its own theme.
+mechanism and each quantity, so that no figure relies on colour alone. `new_figure` lays panels out, the builders draw
+into them, and `publish` writes the figure into a notebook in a form that a static page draws in its own theme.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ _AXIS = {
     "automargin": True,
     "title": {"standoff": 6, "font": {"size": 13}},
 }
+_LOG = {"type": "log", "nticks": 4}  # few enough that plotly labels 1, 2, 5 or decades, not every digit
 _TEMPLATE = {
     "layout": {
         "font": {"size": 12, "color": "#222832", "family": "system-ui, sans-serif"},
@@ -142,6 +143,7 @@ _TEMPLATE = {
             "yanchor": "bottom",
             "yref": "container",
             "bgcolor": "rgba(0,0,0,0)",
+            "itemwidth": 40,
         },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
     }
@@ -205,6 +207,7 @@ def new_figure(
             "narrow_cols": min(narrow_cols, cols),
             "panel": panel_height,
             "narrow_panel": narrow_panel_height or panel_height,
+            "left": 0,
             "titled": any(names),
             "x_titles": any(xs),
             "y_titles": any(ys),
@@ -213,8 +216,8 @@ def new_figure(
     }
     for k in range(panels):
         s = "" if k == 0 else str(k + 1)
-        layout["xaxis" + s] = {"title": {"text": xs[k]}, "anchor": "y" + s, "type": "log" if log_xs[k] else "-"}
-        layout["yaxis" + s] = {"title": {"text": ys[k]}, "anchor": "x" + s, "type": "log" if log_ys[k] else "-"}
+        layout["xaxis" + s] = {"title": {"text": xs[k]}, "anchor": "y" + s, **(_LOG if log_xs[k] else {})}
+        layout["yaxis" + s] = {"title": {"text": ys[k]}, "anchor": "x" + s, **(_LOG if log_ys[k] else {})}
         if names[k]:
             layout["annotations"].append(
                 {
@@ -229,16 +232,17 @@ def new_figure(
                 }
             )
     figure = go.Figure(layout=layout)
-    figure.update_layout(_geometry(figure, narrow=False))
+    figure.update_layout(_nested(_geometry(figure, narrow=False)))
     return figure
 
 
 def _legend_rows(names: Sequence[str], width: int) -> int:
-    """Rows of a horizontal legend `width` pixels wide; plotly sets the entries in columns once they need two rows."""
-    widths = [46 + 7 * len(re.sub(r"<[^>]*>", "", name)) for name in names]
-    if not widths or sum(widths) <= width:
-        return min(1, len(widths))
-    return math.ceil(len(widths) / max(1, width // max(widths)))
+    """Rows of a horizontal legend `width` pixels wide, filled entry by entry (about 7 pixels a letter)."""
+    rows, used = 0, math.inf
+    for name in names:
+        entry = 56 + 7 * len(re.sub(r"<[^>]*>", "", name))
+        rows, used = (rows, used + entry) if used + entry <= width else (rows + 1, entry)
+    return rows
 
 
 def _geometry(figure: go.Figure, *, narrow: bool) -> dict[str, Any]:
@@ -258,13 +262,14 @@ def _geometry(figure: go.Figure, *, narrow: bool) -> dict[str, Any]:
     gap_y = (26 if meta["titled"] else 8) + (54 if meta["x_titles"] else 30)
     inner = rows * panel + (rows - 1) * gap_y
     height = top + inner + bottom
-    gap_x = 0 if cols == 1 else min((80 if meta["y_titles"] else 40) / (_NARROW if narrow else _WIDE), 0.5 / (cols - 1))
+    left_labels = max(meta["left"], 54 if meta["y_titles"] else 30)
+    gap_x = 0 if cols == 1 else min((left_labels + 20) / (_NARROW if narrow else _WIDE), 0.5 / (cols - 1))
     width = (1 - gap_x * (cols - 1)) / cols
     paths: dict[str, Any] = {
         "height": height,
         "margin.t": top,
         "margin.b": bottom,
-        "margin.l": 54 if meta["y_titles"] else 30,
+        "margin.l": left_labels,
         "margin.r": 14,
         "legend.y": bar / height,
     }
@@ -275,7 +280,12 @@ def _geometry(figure: go.Figure, *, narrow: bool) -> dict[str, Any]:
         left = col * (width + gap_x)
         paths[f"xaxis{s}.domain"] = [round(left, 4), round(min(1.0, left + width), 4)]
         paths[f"yaxis{s}.domain"] = [round(max(0.0, low), 4), round(min(1.0, low + panel / inner), 4)]
-    return {path.replace(".", "_"): value for path, value in paths.items()} if not narrow else paths
+    return paths
+
+
+def _nested(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted paths as plotly's underscored keyword arguments."""
+    return {path.replace(".", "_"): value for path, value in paths.items()}
 
 
 def _legend_names(figure: go.Figure) -> list[str]:
@@ -311,7 +321,7 @@ def _spec(figure: go.Figure) -> dict[str, Any]:
     """The figure as plain JSON values, in the house layout, with what `figures.js` needs to restack it."""
     figure = go.Figure(figure)
     if figure.layout.meta:
-        figure.update_layout(_geometry(figure, narrow=False))
+        figure.update_layout(_nested(_geometry(figure, narrow=False)))
         figure.update_layout(meta={**figure.layout.meta, "narrow": _geometry(figure, narrow=True)})
     spec = figure.to_dict()
     layout = {key: value for key, value in spec["layout"].items() if key != "template"}
@@ -476,7 +486,7 @@ def points(
     size: float = 8,
     text: Sequence[str] | None = None,
 ) -> go.Figure:
-    """Draw markers, with optional error bars from `interval` = (lower, upper), both in the unit of y. Returns the figure."""
+    """Draw markers, with optional error bars from `interval` = (lower, upper) in the unit of y. Returns the figure."""
     look = _look(style)
     y = _array(y)
     error, dark = {}, {"marker.color": look.color_dark}
@@ -540,7 +550,14 @@ def reference_line(
     ends = (at, at)
     (x0, x1), (y0, y1) = (ends, across) if vertical else (across, ends)
     figure.add_shape(
-        type="line", x0=x0, x1=x1, y0=y0, y1=y1, line={"color": _GREY, "width": 1.4, "dash": dash}, layer="below", **refs
+        type="line",
+        x0=x0,
+        x1=x1,
+        y0=y0,
+        y1=y1,
+        line={"color": _GREY, "width": 1.4, "dash": dash},
+        layer="below",
+        **refs,
     )
     if label:
         axis = figure.layout[("xaxis" if vertical else "yaxis") + s]
@@ -626,7 +643,7 @@ def small_multiples(matrices: Sequence[Numbers], titles: Sequence[str], *, cols:
         cols,
         titles=names,
         x="key",
-        y=["query" if k % cols == 0 else "" for k in range(rows * cols)],
+        y="query",
         panel_height=wide,
         narrow_cols=min(2, cols),
         narrow_panel_height=130 if cols > 1 else 260,
@@ -649,7 +666,7 @@ def time_courses(
     dead_rank: str = "high",
     row: int = 1,
     col: int = 1,
-    max_points: int = 100,
+    max_points: int = 80,
 ) -> go.Figure:
     """Draw one thin line a run, a cross where a run dies, and the median over **all** runs as a thick line.
 
@@ -699,11 +716,11 @@ def time_courses(
         x=xs,
         y=ys,
         mode="lines",
-        line={"color": _fade(look.color, 0.35), "width": 0.8},
+        line={"color": _fade(look.color, 0.3), "width": 0.7},
         hoverinfo="skip",
         showlegend=False,
         name=label,
-        dark={"line.color": _fade(look.color_dark, 0.4)},
+        dark={"line.color": _fade(look.color_dark, 0.32)},
     )
     ranked = np.where(lost, np.inf if dead_rank == "high" else -np.inf, values)
     median = np.median(ranked[:, shown], axis=0)
@@ -779,13 +796,7 @@ def survival_points(
 
 
 def survival_bars(
-    figure: go.Figure,
-    names: Sequence[str | Style],
-    alive: Numbers,
-    runs: Numbers,
-    *,
-    row: int = 1,
-    col: int = 1,
+    figure: go.Figure, names: Sequence[str | Style], alive: Numbers, runs: Numbers, *, row: int = 1, col: int = 1
 ) -> go.Figure:
     """Draw the fraction of runs that live, one horizontal bar a mechanism, with 95 % Wilson intervals and "k of n".
 
@@ -820,6 +831,8 @@ def survival_bars(
         dark={"marker.color": [_fade(c, 0.55) for c in darks], "marker.line.color": darks},
     )
     s = _panel(figure, row, col)
+    left = max(figure.layout.meta["left"], 14 + 7 * max(len(look.label) for look in looks))
+    figure.update_layout(meta={**figure.layout.meta, "left": left})
     figure.update_layout(
         {"xaxis" + s: {"range": [0, 1.02]}, "yaxis" + s: {"autorange": "reversed", "showgrid": False, "ticks": ""}}
     )
@@ -855,11 +868,7 @@ def _entropy_contour(level: float, angles: int = 181) -> np.ndarray:
 
 
 def simplex(
-    figure: go.Figure,
-    *,
-    levels: Sequence[float] = (0.3, 0.5, 0.7, 0.9, 1.0, 1.08),
-    row: int = 1,
-    col: int = 1,
+    figure: go.Figure, *, levels: Sequence[float] = (0.3, 0.5, 0.7, 0.9, 1.0, 1.08), row: int = 1, col: int = 1
 ) -> go.Figure:
     """Draw the simplex of three tokens with its corners named and contours of equal entropy (nats). Returns the figure.
 
@@ -901,13 +910,7 @@ def simplex(
     )
     for j, (x, y) in enumerate(_SIMPLEX_CORNERS):
         figure.add_annotation(
-            text=f"token {j + 1}",
-            x=x,
-            y=y,
-            xref="x" + s,
-            yref="y" + s,
-            showarrow=False,
-            yshift=12 if j == 2 else -12,
+            text=f"token {j + 1}", x=x, y=y, xref="x" + s, yref="y" + s, showarrow=False, yshift=12 if j == 2 else -12
         )
     hidden = {"visible": False, "constrain": "domain"}
     figure.update_layout(
@@ -941,5 +944,7 @@ def simplex_path(
     line(figure, xy[:, 0], xy[:, 1], style=style, name=name, row=row, col=col)
     labels = list(text) if text is not None else [""] * len(p)
     hover = [f"{t} p = ({a:.3f}, {b:.3f}, {c:.3f})".strip() for t, (a, b, c) in zip(labels, p, strict=True)]
-    figure.data[-1].update(mode="lines+markers", text=hover, hoverinfo="text", marker={"size": [0] * (len(p) - 1) + [9]})
+    figure.data[-1].update(
+        mode="lines+markers", text=hover, hoverinfo="text", marker={"size": [0] * (len(p) - 1) + [9]}
+    )
     return figure
