@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import difflib
 import hashlib
 import io
@@ -67,8 +68,8 @@ class ChapterFailed(RuntimeError):
 def library_hash(package: Path | None = None) -> str:
     """SHA-256 over the sources of `lipattn` that can change a number or a figure of the book.
 
-    Left out are `book.py` and `sphinx_ext.py`, which run chapters and appear in none. A notebook carries the hash of the
-    library it was executed with, and the build's execution cache is named by it.
+    Left out are `book.py` and `sphinx_ext.py`, which run chapters and appear in none. A notebook carries the hash of
+    the library it was executed with, and the build's execution cache is named by it.
     """
     folder = Path(lipattn.__file__).resolve().parent if package is None else package
     digest = hashlib.sha256()
@@ -89,8 +90,8 @@ class Parameter:
 
     name: str
     default: Any
-    low: float | None = None
-    high: float | None = None
+    low: int | float | None = None
+    high: int | float | None = None
     choices: tuple[Any, ...] | None = None
     fast: Any = None
     meaning: str = ""
@@ -162,8 +163,8 @@ def read_parameters(source: str, where: str = "parameters cell") -> dict[str, Pa
     """The parameters that the source of a ``parameters`` cell declares.
 
     Raises:
-        BookError: if a line is not ``name = literal  # [lo, hi] fast value: meaning`` (or ``{a, b}`` for the range), or if
-            the default or the fast value is outside the range.
+        BookError: if a line is not ``name = literal  # [lo, hi] fast value: meaning`` (or ``{a, b}`` for the range),
+            or if the default or the fast value is outside the range.
     """
     found: dict[str, Parameter] = {}
     comments = {
@@ -253,7 +254,7 @@ def _chapter(name: str, book: Path) -> Chapter:
 
 
 def read_text(chapter: Chapter) -> Any:
-    """The chapter's text as a notebook without outputs; each cell's id comes from its source, so that it never changes."""
+    """The chapter's text as a notebook without outputs; a cell's id comes from its source, so that it never changes."""
     import jupytext
 
     notebook = jupytext.read(chapter.text, fmt="md:myst")
@@ -356,7 +357,7 @@ def _executed(chapter: Chapter) -> tuple[Any, float]:
     )
     start = time.perf_counter()
     try:
-        client.execute()
+        asyncio.run(client.async_execute())
     except (CellExecutionError, CellTimeoutError) as error:
         raise ChapterFailed(f"{chapter.name}: {error}") from error
     seconds = time.perf_counter() - start
@@ -412,7 +413,7 @@ def sync(names: Iterable[str] = (), *, jobs: int = 1, book: Path = BOOK) -> dict
 
     Raises:
         BookError: unknown chapter.
-        ChapterFailed: a cell raised, wrote to stderr, or printed a path of this machine; its notebook is left as it was.
+        ChapterFailed: a cell raised, wrote to stderr, or printed a path of this machine; its notebook is left alone.
     """
     from concurrent.futures import ThreadPoolExecutor
 

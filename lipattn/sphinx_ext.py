@@ -32,6 +32,14 @@ def _name_cache(app: Any, config: Any) -> None:
     config.nb_execution_cache_path = str(cache)
 
 
+def _disconnect_thebe(app: Any, config: Any) -> None:
+    """Jupyter Book loads sphinx-thebe always; its script asks another site and logs an error on every page."""
+    for listeners in app.events.listeners.values():
+        for listener in list(listeners):
+            if listener.handler.__module__.partition(".")[0] == "sphinx_thebe":
+                app.disconnect(listener.id)
+
+
 def _check_assets(app: Any, config: Any) -> None:
     """Refuse to build from vendored files that are missing or differ from what `versions.json` records."""
     from sphinx.errors import ConfigError
@@ -51,21 +59,14 @@ def _check_assets(app: Any, config: Any) -> None:
 
 
 def _page_scripts(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
-    """Figures' scripts on pages that have figures; no thebe (it asks another site) and no saved widget state on any."""
+    """Figures' scripts on pages that have figures; saved widget state, which needs a kernel, on none."""
+    styles = context.get("css_files", [])
+    styles[:] = [one for one in styles if "sphinx-thebe" not in str(getattr(one, "filename", one))]
     scripts = context.get("script_files", [])
-    scripts[:] = [script for script in scripts if not _is_unwanted(script)]
+    scripts[:] = [one for one in scripts if getattr(one, "attributes", {}).get("type") != WIDGET_STATE]
     if FIGURE in context.get("body", ""):
         app.add_js_file(PLOTLY, loading_method="defer", priority=800)
         app.add_js_file(FIGURES_SCRIPT, loading_method="defer", priority=810)
-
-
-def _is_unwanted(script: Any) -> bool:
-    attributes = getattr(script, "attributes", {})
-    return (
-        "thebe" in str(getattr(script, "filename", ""))
-        or "THEBE_JS_URL" in (attributes.get("body") or "")
-        or attributes.get("type") == WIDGET_STATE
-    )
 
 
 _FONTAWESOME_SCRIPT = re.compile(r'\s*<script [^>]*src="[^"]*/fontawesome/[^"]*/js/[^"]*"[^>]*></script>')
@@ -73,7 +74,7 @@ _FONTAWESOME_PRELOAD = re.compile(r'\s*<link [^>]*rel="pre(?:load|fetch)"[^>]*fo
 
 
 def _finish(app: Any, exception: Exception | None) -> None:
-    """Drop FontAwesome's script (its style sheet draws the same icons, 0.5 MB lighter) and print what each page took."""
+    """Drop FontAwesome's script (its style sheet draws the same icons, 0.5 MB lighter); print what each page took."""
     if exception is not None or app.builder.format != "html":
         return
     for page in Path(app.outdir).rglob("*.html"):
@@ -105,6 +106,7 @@ def setup(app: Any) -> dict[str, Any]:
     """Sphinx's entry point."""
     _quiet_kernels()
     app.connect("config-inited", _check_assets)
+    app.connect("config-inited", _disconnect_thebe)
     app.connect("config-inited", _name_cache)
     app.connect("html-page-context", _page_scripts, priority=900)
     app.connect("build-finished", _finish)

@@ -1,7 +1,7 @@
 """Refresh the copies of MathJax and plotly.js that the book ships, so that a page needs no network.
 
-Run `python tools/vendor.py` after changing a version below (needs npm); then commit what changed under `book/_assets/vendor`.
-`versions.json` records version and SHA-256 of every file; the build refuses files that differ from it.
+Run `python tools/vendor.py` after changing a version below (needs npm); then commit what changed under
+`book/_assets/vendor`. `versions.json` records version and SHA-256 of every file; the build refuses files that differ.
 """
 
 from __future__ import annotations
