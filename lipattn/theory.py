@@ -87,12 +87,12 @@ def _array(name: str, value: RealOrArray) -> np.ndarray:
     return array
 
 
-def _value(array: np.ndarray) -> Value:
-    """A float for a 0-dimensional array, else the array."""
+def _value(array: np.ndarray | np.float64) -> Value:
+    """A float for a number or an array without axes, else the array."""
     return float(array) if np.ndim(array) == 0 else array
 
 
-def _where_law_holds(holds: np.ndarray, x: np.ndarray, law: Callable[[np.ndarray], np.ndarray]) -> Value:
+def _where_law_holds(holds: np.ndarray | np.bool, x: np.ndarray, law: Callable[[np.ndarray], np.ndarray]) -> Value:
     """law(x) where `holds`, NaN elsewhere."""
     result = np.full_like(x, np.nan)
     result[holds] = law(x[holds])
@@ -167,7 +167,7 @@ def entropy_sensitivity(logits: Float[Tensor, "*batch n m"], inverse_temperature
 
     Source: ours, chapter 2.
     """
-    beta = non_negative("inverse_temperature", inverse_temperature)
+    beta = non_negative("inverse_temperature", float(inverse_temperature))
     if logits.shape[-1] == 0:
         raise refuse("logits", "an array with at least one key", tuple(logits.shape))
     p = torch.softmax(beta * (logits - logits.detach().amax(dim=-1, keepdim=True)), dim=-1)
@@ -294,6 +294,7 @@ _STEP = 0.25  # of the rule, in units of the narrowest feature
 _REACH_GAUSSIAN = 9.0  # standard deviations kept beyond the largest of n
 _REACH_EXPONENTIAL = 36.0  # where e^{-reach} is dropped
 _REACH_GUMBEL = 4.0  # where e^{-e^{reach}} is dropped
+_SWITCH_SIGMA = 1.0  # σ above which the inner rule changes its variable; both are exact around it
 
 
 class _Moments(NamedTuple):
@@ -322,7 +323,7 @@ def _gaussian_moments(n: int, sigma: float) -> _Moments:
     reach_t = _REACH_EXPONENTIAL + math.log(n)
     step_t = _STEP * max(1.0, sigma / (1 + sigma_c))
     t = np.arange(-(reach_x * sigma + reach_t), reach_x * sigma + _REACH_GUMBEL, step_t)
-    if sigma <= 1:
+    if sigma <= _SWITCH_SIGMA:
         x = np.arange(-reach_x, reach_x, _STEP)
         s = t[:, None] + sigma * x
         w = np.exp(s)
@@ -422,7 +423,7 @@ def range_entropy_minimiser(n: int, logit_range: Real) -> int:
 
     .. math:: m^* = \frac{N e^{-\Delta}}{1 - e^{-\Delta}} \Bigl(\frac{\Delta}{1 - e^{-\Delta}} - 1\Bigr)
 
-    so the best integer is one of its two neighbours. Often more than 1. In [1, max(1, n − 1)]; 1 for Δ = 0 (all tie).
+    at most N/2, so the best integer is one of its two neighbours. Often more than 1; 1 for Δ = 0, where all m tie.
 
     Raises:
         ValueError: if n < 1, or logit_range is negative or not finite.
@@ -430,13 +431,13 @@ def range_entropy_minimiser(n: int, logit_range: Real) -> int:
     Source: ours, chapter 2.
     """
     n = integer("n", n, minimum=1)
-    spread = non_negative("logit_range", logit_range)
-    if n == 1 or spread == 0:
+    spread = non_negative("logit_range", float(logit_range))
+    if spread == 0:
         return 1
     gain = -math.expm1(-spread)
     stationary = n * math.exp(-spread) / gain * (spread / gain - 1)
-    below = min(max(math.floor(stationary), 1), n - 1)
-    return min((below, min(below + 1, n - 1)), key=lambda m: _range_entropy(n, spread, m))
+    below = max(math.floor(stationary), 1)
+    return min((below, below + 1), key=lambda m: _range_entropy(n, spread, m))
 
 
 def range_entropy_floor(n: int, logit_range: Real) -> float:
@@ -535,16 +536,17 @@ def relu_kernel_entropy_deficit(n: int, d_k: int) -> float:
 
 _STEP_LAPLACE = 0.35  # of the rules in ln λ and ln ρ
 _STEP_QUERY = 0.2  # of the rule in ln a
-_REACH_LAPLACE = 22.0  # where e^{-reach} is dropped
+_REACH_LAPLACE = 26.0  # where e^{-reach} is dropped
+_REACH_RATIO = 38.0  # where 1/ρ is dropped
 _REACH_QUERY = 2.4  # ln a beyond which e^{-a²/2} is dropped
-_SERIES_FROM = 50.0  # μ from which the asymptotic series of the slope is the more exact
+_SWITCH_SERIES = 50.0  # μ from which the asymptotic series of the slope is used; both are exact around it
 
 
 def _relu_slope(mu: np.ndarray, scaled: np.ndarray) -> np.ndarray:
     """E[y e^{-μy}] for y = ReLU(x), x standard normal; `scaled` = erfcx(μ/√2)."""
-    v = np.maximum(mu, _SERIES_FROM) ** -2
+    v = np.maximum(mu, _SWITCH_SERIES) ** -2
     series = v * (1 - 3 * v * (1 - 5 * v * (1 - 7 * v)))
-    return np.where(mu < _SERIES_FROM, 1 / math.sqrt(2 * math.pi) - mu * scaled / 2, series / math.sqrt(2 * math.pi))
+    return np.where(mu < _SWITCH_SERIES, 1 / math.sqrt(2 * math.pi) - mu * scaled / 2, series / math.sqrt(2 * math.pi))
 
 
 @lru_cache(maxsize=256)
@@ -560,7 +562,7 @@ def _relu_kernel_entropy(n: int, d_k: int) -> float:
     ln(λy) = ∫ (e^{-ρ} − e^{-ρλy}) dρ/ρ, each with the dead rows (Y = 0) taken out.
     """
     t = np.arange(-(_REACH_LAPLACE + math.log(n * d_k)), _REACH_LAPLACE, _STEP_LAPLACE)
-    rho = np.exp(np.arange(-_REACH_LAPLACE, _REACH_LAPLACE * 1.5, _STEP_LAPLACE))
+    rho = np.exp(np.arange(-_REACH_LAPLACE, _REACH_RATIO, _STEP_LAPLACE))
     a = np.exp(np.arange(-_REACH_LAPLACE, _REACH_QUERY, _STEP_QUERY))
     weight = _normal_density(a) * a * _STEP_QUERY  # of a > 0; a = 0 has weight ½
     lam = np.exp(t)
@@ -736,7 +738,7 @@ def query_jacobian(
 
     Source: ours, chapter 1.
     """
-    c = positive("scale", scale)
+    c = positive("scale", float(scale))
     second = torch.einsum("...nm,...me,...md->...ned", p, v, k)
     return c * (second - (p @ v).unsqueeze(-1) * (p @ k).unsqueeze(-2))
 
@@ -767,7 +769,7 @@ def attention_gradients(
 
     Source: ours, chapter 3.
     """
-    c = positive("scale", scale)
+    c = positive("scale", float(scale))
     t = logit_gradient(p, grad_output, x @ w_v)
     q, k = x @ w_q, x @ w_k
     return AttentionGradients(
@@ -828,7 +830,7 @@ def query_gradient_bounds(
 
     Source: ours, chapter 3.
     """
-    c = positive("scale", scale)
+    c = positive("scale", float(scale))
     v = x @ w_v
     m = grad_output @ v.mT
     p_max = p.amax(dim=-1)
@@ -892,7 +894,7 @@ def stable_learning_rate(curvature: Real) -> float:
 
     Source: cohen2021gradient, Section 1.
     """
-    return 2 / positive("curvature", curvature)
+    return 2 / positive("curvature", float(curvature))
 
 
 def critical_learning_rate(sum_of_squares: RealOrArray, d: int) -> Value:
