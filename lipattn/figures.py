@@ -125,7 +125,7 @@ _AXIS = {
     "automargin": True,
     "title": {"standoff": 6, "font": {"size": 13}},
 }
-_LOG = {"type": "log", "nticks": 4}  # few enough that plotly labels 1, 2, 5 or decades, not every digit
+_LOG = {"type": "log", "nticks": 4, "tickformat": "~g"}  # few ticks: 1, 2, 5 or decades, in full
 _TEMPLATE = {
     "layout": {
         "font": {"size": 12, "color": "#222832", "family": "system-ui, sans-serif"},
@@ -144,6 +144,7 @@ _TEMPLATE = {
             "yref": "container",
             "bgcolor": "rgba(0,0,0,0)",
             "itemwidth": 40,
+            "tracegroupgap": 0,
         },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
     }
@@ -313,6 +314,8 @@ def _plain(value: Any) -> Any:
         if not math.isfinite(value):
             return None
         rounded = float(f"{value:.5g}")
+        if math.isinf(rounded):  # the last doubles before overflow
+            return value
         return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
     return value
 
@@ -426,7 +429,7 @@ def line(
     col: int = 1,
     band: tuple[Numbers, Numbers] | None = None,
     markers: bool = False,
-    width: float = 2.2,
+    width: float | int = 2.2,
 ) -> go.Figure:
     """Draw a line in the style of a mechanism or quantity, with an optional shaded band (lower, upper).
 
@@ -483,7 +486,7 @@ def points(
     row: int = 1,
     col: int = 1,
     interval: tuple[Numbers, Numbers] | None = None,
-    size: float = 8,
+    size: float | int = 8,
     text: Sequence[str] | None = None,
 ) -> go.Figure:
     """Draw markers, with optional error bars from `interval` = (lower, upper) in the unit of y. Returns the figure."""
@@ -522,8 +525,8 @@ def points(
 def reference_line(
     figure: go.Figure,
     *,
-    x: float | None = None,
-    y: float | None = None,
+    x: float | int | None = None,
+    y: float | int | None = None,
     label: str = "",
     row: int = 1,
     col: int = 1,
@@ -609,7 +612,7 @@ def heatmap(figure: go.Figure, p: Numbers, *, row: int = 1, col: int = 1) -> go.
                     "thickness": 12,
                     "len": 0.6,
                     "outlinewidth": 0,
-                    "title": {"text": "attention probability", "side": "top"},
+                    "title": {"text": "attention probability", "side": "bottom"},
                 },
             },
             "xaxis" + s: {"showgrid": False, "constrain": "domain", "range": [0.5, m + 0.5], "nticks": 6},
@@ -822,13 +825,13 @@ def survival_bars(
             "symmetric": False,
             "array": high - k / n,
             "arrayminus": k / n - low,
-            "color": _GREY,
+            "color": "#222832",
             "thickness": 2,
             "width": 6,
         },
         hovertemplate="%{y}: %{x:.3f}<extra></extra>",
         showlegend=False,
-        dark={"marker.color": [_fade(c, 0.55) for c in darks], "marker.line.color": darks},
+        dark={"marker.color": [_fade(c, 0.55) for c in darks], "marker.line.color": darks, "error_x.color": "#f3f4f5"},
     )
     s = _panel(figure, row, col)
     left = max(figure.layout.meta["left"], 14 + 7 * max(len(look.label) for look in looks))
@@ -842,28 +845,28 @@ def survival_bars(
 _SIMPLEX_CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, math.sqrt(3) / 2]])
 
 
-def _entropy_contour(level: float, angles: int = 181) -> np.ndarray:
+def _entropy_contour(level: float, per_edge: int = 60) -> np.ndarray:
     """Points of the simplex of three tokens where the entropy is `level` nats, by bisection along rays from the centre.
 
     The entropy is concave with its maximum ln 3 at the centre, so it falls along every ray and each ray meets the
-    contour at most once; rays that leave the simplex first give NaN.
+    contour at most once; rays that leave the simplex first give NaN. The rays are denser towards the corners.
     """
-    theta = np.linspace(0, 2 * np.pi, angles)
-    # directions in the plane of the simplex, in barycentric coordinates (they sum to 0)
-    way = np.stack([np.cos(theta - 2 * np.pi * j / 3) for j in range(3)], axis=1)
-    far = (1 / 3) / (-way).max(axis=1)  # distance at which a coordinate reaches 0
+    u = (1 - np.cos(np.pi * np.arange(per_edge) / per_edge))[:, None] / 2
+    corners = np.eye(3)
+    edge = np.concatenate([(1 - u) * corners[j] + u * corners[(j + 1) % 3] for j in range(3)] + [corners[:1]])
+    way = edge - 1 / 3
 
     def entropy_at(r: np.ndarray) -> np.ndarray:
         p = np.clip(1 / 3 + r[:, None] * way, 0, 1)
         return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=1)
 
-    low, high = np.zeros(angles), far.copy()
+    low, high = np.zeros(len(way)), np.ones(len(way))
     for _ in range(50):
         middle = (low + high) / 2
         outside = entropy_at(middle) < level
         low, high = np.where(outside, low, middle), np.where(outside, middle, high)
     p = 1 / 3 + low[:, None] * way
-    p[entropy_at(far) > level] = np.nan
+    p[entropy_at(np.ones(len(way))) > level] = np.nan
     return p
 
 
@@ -912,6 +915,8 @@ def simplex(
         figure.add_annotation(
             text=f"token {j + 1}", x=x, y=y, xref="x" + s, yref="y" + s, showarrow=False, yshift=12 if j == 2 else -12
         )
+    narrow = min(figure.layout.meta["narrow_panel"], 300)  # as high as a triangle that fills a telephone's width
+    figure.update_layout(meta={**figure.layout.meta, "narrow_panel": narrow})
     hidden = {"visible": False, "constrain": "domain"}
     figure.update_layout(
         {
