@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -211,7 +212,7 @@ def _check_queries_and_keys(q: Tensor, k: Tensor) -> tuple[int, ...]:
     if k.shape[-1] != q.shape[-1]:
         raise refuse("k", f"of as many features as q, {q.shape[-1]}", tuple(k.shape))
     if k.shape[-2] == 0:
-        raise refuse("k", "at least one key", tuple(k.shape))
+        raise refuse("k", "of at least one key", tuple(k.shape))
     try:
         batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
     except RuntimeError:
@@ -267,10 +268,19 @@ def _contain(q: Tensor, k: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tens
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def _flag(name: str, value: bool) -> bool:
+def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise refuse(name, "True or False", value)
     return value
+
+
+def _number(check: Check) -> Check:
+    def checked(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise refuse(name, "a number", value)
+        return check(name, float(value))
+
+    return checked
 
 
 def _or_none(check: Check) -> Check:
@@ -283,7 +293,7 @@ def _or_tensor(check: Check) -> Check:
             if not value.is_floating_point():
                 raise refuse(name, "a floating-point tensor", value.dtype)
             return value
-        return check(name, value)
+        return _number(check)(name, value)
 
     return checked
 
@@ -297,7 +307,7 @@ _LOGIT_CHECKS: Mapping[str, Check] = {
     "scale": _or_none(_or_tensor(finite)),
     "temperature": _or_tensor(positive),
     "bias": _or_none(_or_tensor(finite)),
-    "soft_cap": _or_none(positive),
+    "soft_cap": _or_none(_number(positive)),
     "qk_norm": _flag,
 }
 
@@ -357,7 +367,8 @@ def distance_logits(
     """Attention logits from squared distances, −scale·‖q_i − k_j‖²/temperature.
 
     At most 0 without bias, 0 where query and key coincide. Options as in `dot_product_logits`. Memory O(n m d): the
-    differences are formed before they are squared, since ‖q‖² − 2q·k + ‖k‖² cancels.
+    differences are formed before they are squared, since ‖q‖² − 2q·k + ‖k‖² cancels. What q − k cannot resolve is
+    lost: q = 1e15 is as far from 1 as from −1 in float32.
 
     Source: kim2021lipschitz, L2 attention, P_ij ∝ exp(−‖q_i − k_j‖²/√d_k). That layer is Lipschitz if besides W_Q =
     W_K, which is the caller's.
@@ -662,7 +673,7 @@ REWEIGHTINGS: dict[str, Reweighting] = {
             score=dot_product_logits,
             score_options=("gain", "epsilon"),
             options=_with(qk_norm=True, gain=None, epsilon=1e-5),
-            checks={"gain": _or_none(_or_tensor(finite)), "epsilon": positive},
+            checks={"gain": _or_none(_or_tensor(finite)), "epsilon": _number(positive)},
             row_stochastic=True,
             scale_invariant=True,
             invariant_up_to="epsilon",
@@ -764,7 +775,7 @@ REWEIGHTINGS: dict[str, Reweighting] = {
             function=softpick,
             score=dot_product_logits,
             options=_with(epsilon=1e-8),
-            checks={"epsilon": non_negative},
+            checks={"epsilon": _number(non_negative)},
             row_stochastic=False,
             scale_invariant=False,
             linear_time=False,
@@ -777,7 +788,7 @@ REWEIGHTINGS: dict[str, Reweighting] = {
             function=p_softmax,
             score=dot_product_logits,
             options=_with(norm_order=2.0, per_root_n=False),
-            checks={"norm_order": positive, "per_root_n": _flag},
+            checks={"norm_order": _number(positive), "per_root_n": _flag},
             row_stochastic=False,
             scale_invariant=False,
             linear_time=False,
