@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,6 +14,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from playwright.sync_api import sync_playwright
+from plotly.offline import get_plotlyjs
 from scipy.stats import binomtest
 
 from lipattn import figures as F
@@ -409,3 +413,130 @@ def test_a_simplex_path_runs_through_its_points_and_ends_in_a_marker():
     assert list(trace.marker.size) == [0, 0, 9]
     with pytest.raises(ValueError, match="p must be of shape"):
         F.simplex_path(F.new_figure(), np.ones((3, 2)), style="softmax")
+
+
+# --- in the page ------------------------------------------------------------------------------------------------------
+
+SITE = Path(__file__).parents[1] / "book" / "_assets" / "site"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+STATE = """() => {
+  const plot = document.querySelector("#fig-test .lipattn-plot"), layout = plot._fullLayout;
+  return {
+    line: plot._fullData[0].line.color, font: layout.font.color, top: layout.yaxis.domain, second: layout.yaxis2.domain,
+    height: layout.height, reserved: plot.clientHeight, width: layout.width, room: plot.clientWidth,
+    drag: layout.dragmode, fixed: layout.xaxis.fixedrange, page: document.documentElement.scrollWidth,
+  };
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        running = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def page_url(tmp_path_factory):
+    """A page with one two-panel figure far below the fold of a short window, opened as a file."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
+    for name in ("figures.js", "book.css"):
+        shutil.copy(SITE / name, folder)
+    figure = F.new_figure(1, 2, x="step", y=["loss", "entropy (nats)"])
+    for col in (1, 2):
+        F.line(figure, [0, 1, 2], [3, 2, 1], style="softmax", col=col)
+    (folder / "page.html").write_text(
+        '<!doctype html><html data-theme="light"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="book.css">'
+        "<style>body{margin:0 16px;color:#222832}[data-theme=dark] body{background:#121212;color:#ced6dd}</style>"
+        '<script src="plotly.min.js"></script><script src="figures.js"></script><body><div style="height:2000px"></div>'
+        f"{bundle(figure)['text/html']}<p id='after'>after</p></body></html>",
+        encoding="utf-8",
+    )
+    return (folder / "page.html").as_uri()
+
+
+@pytest.mark.browser
+def test_a_figure_is_drawn_when_it_comes_near_in_reserved_space_and_follows_theme_and_width(browser, page_url):
+    page = browser.new_page(viewport={"width": 1000, "height": 700})
+    wrong = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(page_url)
+    page.wait_for_timeout(200)
+    assert page.locator("[data-drawn]").count() == 0
+    place = page.locator("#after").bounding_box()["y"]
+    page.mouse.wheel(0, 1500)
+    page.wait_for_selector("[data-drawn=light]")
+    assert page.locator("#after").bounding_box()["y"] + page.evaluate("scrollY") == pytest.approx(place, abs=0.5)
+    wide = page.evaluate(STATE)
+    look = F.MECHANISM_STYLE["softmax"]
+    assert (wide["line"], wide["font"]) == (look.color, "rgb(34, 40, 50)")
+    assert wide["top"] == wide["second"] == [0, 1]
+    assert (wide["height"], wide["width"]) == (wide["reserved"], wide["room"])
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
+    page.wait_for_selector("[data-drawn=dark]")
+    dark = page.evaluate(STATE)
+    assert (dark["line"], dark["font"]) == (look.color_dark, "rgb(206, 214, 221)")
+    page.set_viewport_size({"width": 390, "height": 700})
+    page.wait_for_function("document.querySelector('.lipattn-plot')._fullLayout.yaxis2.domain[1] < 0.5")
+    narrow = page.evaluate(STATE)
+    assert narrow["second"][1] < narrow["top"][0]
+    assert (narrow["height"], narrow["width"]) == (narrow["reserved"], narrow["room"])
+    assert (narrow["drag"], narrow["fixed"], narrow["page"]) == (False, True, 390)
+    page.set_viewport_size({"width": 1000, "height": 700})
+    page.wait_for_function("document.querySelector('.lipattn-plot')._fullLayout.yaxis2.domain[1] === 1")
+    assert page.evaluate(STATE)["fixed"] is False
+    assert wrong == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_a_finger_on_the_plot_scrolls_the_page(browser, page_url):
+    context = browser.new_context(viewport={"width": 390, "height": 700}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(page_url)
+    page.locator("#fig-test").scroll_into_view_if_needed()
+    page.wait_for_selector("[data-drawn]")
+    page.evaluate("scrollTo(0, 1800)")
+    box = page.locator("#fig-test .nsewdrag").first.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] - 10
+    touch = context.new_cdp_session(page)
+    touch.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]})
+    for k in range(1, 11):
+        touch.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": [{"x": x, "y": y - 20 * k}]})
+        page.wait_for_timeout(16)
+    touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    page.wait_for_timeout(300)
+    assert page.evaluate("scrollY") > 1850
+    context.close()
+
+
+@pytest.mark.browser
+def test_without_scripts_or_plotly_the_caption_remains_and_no_empty_box(browser, page_url):
+    for options in ({"java_script_enabled": False}, {}):
+        context = browser.new_context(**options)
+        page = context.new_page()
+        page.route("**/plotly.min.js", lambda route: route.abort())
+        page.goto(page_url)
+        assert page.locator("#fig-test figcaption").is_visible()
+        assert not page.locator("#fig-test .lipattn-plot").is_visible()
+        context.close()
+
+
+@pytest.mark.browser
+def test_printing_draws_what_was_not_yet_seen(browser, page_url):
+    page = browser.new_page()
+    page.goto(page_url)
+    page.pdf()
+    assert page.locator("[data-drawn]").count() == 1
+    page.close()
+
+
+def test_script_and_style_sheet_agree_on_what_is_narrow():
+    (script,) = re.findall(r"NARROW = (\d+)", (SITE / "figures.js").read_text(encoding="utf-8"))
+    (sheet,) = re.findall(r"@container \(max-width: ([\d.]+)px\)", (SITE / "book.css").read_text(encoding="utf-8"))
+    assert 0 < int(script) - float(sheet) < 0.1
