@@ -100,14 +100,21 @@ def test_settings_name_no_other_site_that_a_page_would_load():
 # what happens to a copy that is wrong
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Path:
-    book = tiny_book(tmp_path)
-    runner.sync(book=book)
+def broken(folder: Path, *changes: tuple[str, str]) -> Path:
+    """A book whose chapter differs from the good one by the changes; its notebook was never executed."""
+    text = CHAPTER
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    book = tiny_book(folder, text)
+    (chapter,) = runner.chapters(book).values()
+    nbformat.write(runner.read_text(chapter), chapter.notebook)
     return book
 
 
-def test_nbval_passes_the_notebook_and_catches_one_wrong_digit(book):
+def test_nbval_passes_the_notebook_and_catches_one_wrong_digit(tmp_path):
+    book = tiny_book(tmp_path)
+    runner.sync(book=book)
     notebook = book / "01_chapter.ipynb"
     assert nbval(notebook).returncode == 0
     stored = notebook.read_text()
@@ -143,36 +150,34 @@ def test_a_page_shows_the_library_it_was_built_with_also_from_a_cache(tmp_path):
     assert count.read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("import math\n", "import math\n\nraise RuntimeError('poison')\n", "poison"),
-        ("import math\n", "import math\nimport warnings; warnings.warn('careful')\n", "stderr"),
-        ("of a coin.", "of a {eq}`coin`.", "coin"),
-        ("of a coin.", "of a {cite}`nobody2025nothing`.", "nobody2025nothing"),
-    ],
-    ids=["raises", "warns", "wrong reference", "wrong citation"],
-)
-def test_a_wrong_chapter_fails_the_build(book, old, new, message):
-    notebook = book / "01_chapter.ipynb"
-    stored = nbformat.read(notebook, as_version=4)
-    for cell in stored.cells:
-        cell.source = cell.source.replace(old.strip(), new.strip())
-    nbformat.write(stored, notebook)
-    done = build(book)
+def test_a_chapter_that_raises_fails_the_build(tmp_path):
+    done = build(broken(tmp_path, ("import math\n", "import math\n\nraise RuntimeError('poison')\n")))
     assert done.returncode == 1, done.stdout
-    assert message in done.stdout
-    assert "failed: " in done.stdout
+    assert "RuntimeError: poison" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("failed: ")
 
 
-def test_a_missing_page_fails_the_build(book):
+def test_warnings_fail_the_build_each_by_name(tmp_path):
+    warning = ("import math\n", "import math\nimport warnings\n\nwarnings.warn('careful')\n")
+    references = ("of a coin.", "of a {eq}`coin`, {cite}`nobody2025nothing`.")
+    done = build(broken(tmp_path, warning, references))
+    assert done.returncode == 1, done.stdout
+    warnings = [line for line in done.stdout.splitlines() if "WARNING" in line and "01_chapter" in line]
+    assert any("stderr" in line for line in warnings), warnings
+    assert any("coin" in line for line in warnings), warnings
+    assert any("nobody2025nothing" in line for line in warnings), warnings
+
+
+def test_a_missing_page_fails_the_build(tmp_path):
+    book = broken(tmp_path)
     (book / "01_chapter.ipynb").unlink()
     done = build(book)
     assert done.returncode == 1, done.stdout
     assert "01_chapter" in done.stdout
 
 
-def test_a_changed_vendored_file_fails_the_build(book):
+def test_a_changed_vendored_file_fails_the_build(tmp_path):
+    book = broken(tmp_path)
     (book / "_assets").unlink()
     shutil.copytree(ROOT / "book" / "_assets", book / "_assets")
     with (book / "_assets" / "vendor" / "plotly" / "plotly-cartesian.min.js").open("a") as script:

@@ -61,7 +61,7 @@ def command(*arguments: str, python_path: Path = ROOT) -> subprocess.CompletedPr
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=python_path,  # which comes first on the path of `python -m`
     )
 
 
