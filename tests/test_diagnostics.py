@@ -180,6 +180,20 @@ def test_masked_keys_count_for_nothing_whatever_they_hold(generator, garbage):
         equal(gradient[2], torch.zeros(5))
 
 
+def test_entropy_from_logits_at_the_edge_of_the_dtype():
+    for dtype in (torch.float32, torch.float64):
+        big = torch.finfo(dtype).max
+        z = torch.tensor([[big, -big], [-big, -big]], dtype=dtype)
+        equal(dg.entropy_from_logits(z), [0.0, math.log(2)], 1e-6)
+        equal(grad_of(dg.entropy_from_logits, z), torch.zeros_like(z))
+
+
+def test_a_masked_key_does_not_count_when_all_allowed_logits_are_far_below_it():
+    z, mask = torch.tensor([-1e30, -1e30, 0.0]), torch.tensor([True, True, False])
+    equal(dg.entropy_from_logits(z, mask), math.log(2))
+    equal(grad_of(lambda x: dg.entropy_from_logits(x, mask), z), torch.zeros(3))
+
+
 def test_a_logit_of_minus_infinity_is_an_additive_mask(generator):
     z = torch.randn(2, 5, generator=generator)
     z[0, 1:3] = -math.inf
@@ -267,6 +281,32 @@ def test_norms_do_not_overflow_or_vanish_in_float32(generator, scale):
     assert total.item() == pytest.approx(np.linalg.norm(b.double().numpy()), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("s", "share", "frobenius", "spectral", "largest"),
+    [
+        (0.1, 0.9986, 1.005, 1.000, 1.04),
+        (1.0, 0.8695, 1.523, 1.022, 1.51),
+        (2.0, 0.6132, 2.695, 1.139, 2.16),
+        (4.0, 0.3115, 4.075, 1.449, 2.84),
+        (8.0, 0.1419, 4.881, 1.666, 3.22),
+        (16.0, 0.0662, 5.279, 1.780, 3.42),
+    ],
+)
+def test_the_path_of_the_logit_scale_at_32_tokens(generator, s, share, frobenius, spectral, largest):
+    z = s * torch.randn(1000, 32, 32, generator=generator)
+    p = torch.softmax(z, -1)
+    measured = [
+        (dg.normalized_entropy(p).flatten(), share, 5e-5),
+        (dg.frobenius_norm(p), frobenius, 5e-4),
+        (dg.spectral_norm(p), spectral, 5e-4),
+        (dg.column_mass(p).amax(-1), largest, 5e-3),
+    ]
+    for values, expected, rounding in measured:
+        # 5 standard errors of ours and as much again for a table that was sampled too
+        error = 10 * values.std().item() / math.sqrt(values.numel())
+        assert values.mean().item() == pytest.approx(expected, abs=rounding + min(error, 0.01 * expected))
+
+
 # Variance, column mass, live rows
 
 
@@ -342,7 +382,7 @@ def test_the_limit_of_a_sink_is_chernoffs_bound():
     ("n", "permutation_rate", "sink_rate"), [(8, 0.006, 0.001), (21, 5e-4, 1e-3), (32, 5e-4, 1e-3)]
 )
 def test_random_maps_are_seldom_taken_for_another_kind(generator, n, permutation_rate, sink_rate):
-    maps = one_hot(torch.randint(0, n, (8000, n), generator=generator), n)
+    maps = one_hot(torch.randint(0, n, (5000, n), generator=generator), n)
     kinds = dg.collapse_kind(maps)
     assert (kinds == CollapseKind.PERMUTATION_LIKE).double().mean() <= permutation_rate
     assert (kinds == CollapseKind.SINK_LIKE).double().mean() <= sink_rate
@@ -350,7 +390,7 @@ def test_random_maps_are_seldom_taken_for_another_kind(generator, n, permutation
 
 
 def test_largest_column_of_a_random_map_is_about_three_and_a_half_of_32(generator):
-    maps = one_hot(torch.randint(0, 32, (8000, 32), generator=generator), 32)
+    maps = one_hot(torch.randint(0, 32, (6000, 32), generator=generator), 32)
     # exact mean by the multinomial: E max = Σ_c P(max > c), P(max <= c) = n! [x^n] (Σ_{k<=c} x^k/k!)^n / n^n
     mean = 0.0
     for c in range(32):
