@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
@@ -87,19 +88,32 @@ def _finish(app: Any, exception: Exception | None) -> None:
     _print_times(app)
 
 
+_LOADED = re.compile(r'<(?:script[^>]*?\ssrc|link[^>]*?rel="stylesheet"[^>]*?\shref)="([^"#?:]+)')
+
+
+def _weight(page: Path) -> int:
+    """Bytes of a page with its scripts and style sheets, gzipped as servers send them; fonts and images come on top."""
+    text = page.read_text(encoding="utf-8")
+    files = {page} | {(page.parent / name).resolve() for name in _LOADED.findall(text)}
+    return sum(len(gzip.compress(file.read_bytes(), mtime=0)) for file in files if file.is_file())
+
+
 def _print_times(app: Any) -> None:
     from myst_nb.sphinx_ import NbMetadataCollector
     from sphinx.util import logging
 
+    log = logging.getLogger(__name__)
     times = {}
+    log.info("%-32s %10s %12s", "page", "executed", "weight (gz)")
     for name in sorted(app.env.found_docs):
         data = NbMetadataCollector.get_exec_data(app.env, name)
-        if data and data.get("runtime") is not None:
-            times[name] = round(float(data["runtime"]), 2)
+        took = data.get("runtime") if data else None
+        if took is not None:
+            times[name] = round(float(took), 2)
+        page = Path(app.outdir) / f"{name}.html"
+        weight = f"{_weight(page) / 1000:.0f} kB" if page.is_file() else "missing"
+        log.info("%-32s %10s %12s", name, "" if took is None else f"{took:.1f} s", weight)
     (Path(app.outdir).parent / "times.json").write_text(json.dumps(times, indent=2) + "\n")
-    log = logging.getLogger(__name__)
-    for name, seconds in times.items():
-        log.info("%-32s executed in %6.1f s", name, seconds)
 
 
 def setup(app: Any) -> dict[str, Any]:
