@@ -1,11 +1,11 @@
 """What normalised-kernel attention costs in its quadratic and its linear form, forward and backward, against the
 number of tokens N.
 
-Both forms are timed in turn within one round, so that a busy machine slows both; the ratio is taken round by round.
-The crossover is the N, between the last size where the quadratic form is not slower and the next, at which the median
-ratio is 1, by a straight line in ln N and ln ratio.
+On one thread, so that the ratio is one of work. Both forms are timed in turn within one round, so that a busy machine
+slows both, and the ratio is taken round by round. The crossover is the N, between the last size where the quadratic
+form is not slower and the next, at which the median ratio is 1, by a straight line in ln N and ln ratio.
 
-    python benchmarks/linear_attention.py [--json PATH] [--rounds 9]
+    python benchmarks/linear_attention.py [--json PATH] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def crossover(rows: list[dict[str, float]]) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "linear_attention.json")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     if arguments.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {arguments.rounds}")
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -882,20 +883,22 @@ def linear_attention(
 
 
 def _causal_sums(a: Tensor, b: Tensor, values: Tensor, offset: int) -> Tensor:
-    """Σ_{j ≤ i + offset} (a_i·b_j) values_j for every i: within a chunk of queries by products, before it by one
-    running sum."""
+    """Σ_{j ≤ i + offset} (a_i·b_j) values_j for every i: by products within a chunk of queries, by a running sum before."""
     n, m = a.shape[-2], b.shape[-2]
-    state = b[..., :0, :].mT @ values[..., :0, :]
-    done = 0  # keys already in the running sum
-    chunks = []
-    for start in range(0, n, _CHUNK):
-        stop = min(start + _CHUNK, n)
-        whole = min(max(start + offset + 1, 0), m)  # keys that every query of the chunk sees
-        last = min(max(stop + offset, 0), m)
-        state = state + b[..., done:whole, :].mT @ values[..., done:whole, :]
-        done = whole
-        i = torch.arange(start, stop, device=a.device).unsqueeze(-1)
-        j = torch.arange(whole, last, device=a.device)
-        near = (a[..., start:stop, :] @ b[..., whole:last, :].mT).masked_fill(j > i + offset, 0.0)
-        chunks.append(a[..., start:stop, :] @ state + near @ values[..., whole:last, :])
-    return torch.cat(chunks, dim=-2) if chunks else a @ state
+    edges = [*range(0, n, _CHUNK), n]
+    # keys before the first query's own, then one block for each chunk of queries; slices would cost O(N) each backward
+    key_edges = [0, *(min(max(edge + offset, 0), m) for edge in edges)]
+    sizes, key_sizes = ([y - x for x, y in pairwise(bounds)] for bounds in (edges, key_edges))
+    first, *key_blocks = b.split(key_sizes, dim=-2)
+    first_values, *value_blocks = values.split(key_sizes, dim=-2)
+    state = first.mT @ first_values
+    chunks = [a[..., :0, :] @ state]
+    for start, key_start, a_, b_, values_ in zip(
+        edges, key_edges[1:], a.split(sizes, dim=-2), key_blocks, value_blocks, strict=False
+    ):
+        i = torch.arange(start, start + a_.shape[-2], device=a.device).unsqueeze(-1)
+        j = torch.arange(key_start, key_start + b_.shape[-2], device=a.device)
+        near = (a_ @ b_.mT).masked_fill(j > i + offset, 0.0)
+        chunks.append(a_ @ state + near @ values_)
+        state = state + b_.mT @ values_
+    return torch.cat(chunks, dim=-2)
