@@ -19,6 +19,7 @@ FIGURE = 'class="lipattn-figure"'
 PLOTLY = "../vendor/plotly/plotly-cartesian.min.js"  # relative to _static; html_extra_path puts it beside the pages
 FIGURES_SCRIPT = "../site/figures.js"
 STYLE = "../site/book.css"
+PLOTLY_JSON = "application/vnd.plotly.v1+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 
 
@@ -39,6 +40,26 @@ def _disconnect_thebe(app: Any, config: Any) -> None:
         for listener in list(listeners):
             if listener.handler.__module__.partition(".")[0] == "sphinx_thebe":
                 app.disconnect(listener.id)
+
+
+def _accept_published_figures() -> None:
+    """`publish` gives two forms of a figure, and a page takes the HTML one: no warning about the other.
+
+    A plotly figure that comes without the HTML form is still a warning, since it would be absent from the page.
+    """
+    from myst_nb.core.render import NbElementRenderer
+
+    warn = NbElementRenderer.render_unhandled
+
+    def render_unhandled(self: Any, data: Any) -> list[Any]:
+        if data.mime_type == PLOTLY_JSON and data.cell_index is not None and data.output_index is not None:
+            outputs = self.renderer.nb_client.notebook.cells[data.cell_index].outputs
+            if FIGURE in outputs[data.output_index].data.get("text/html", ""):
+                return []
+        return warn(self, data)
+
+    if warn.__module__ != __name__:
+        NbElementRenderer.render_unhandled = render_unhandled
 
 
 def _check_assets(app: Any, config: Any) -> None:
@@ -119,6 +140,7 @@ def _print_times(app: Any) -> None:
 def setup(app: Any) -> dict[str, Any]:
     """Sphinx's entry point."""
     _quiet_kernels()
+    _accept_published_figures()
     app.connect("config-inited", _check_assets)
     app.connect("config-inited", _disconnect_thebe)
     app.connect("config-inited", _name_cache)

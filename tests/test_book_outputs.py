@@ -160,12 +160,15 @@ def test_a_chapter_that_raises_fails_the_build(tmp_path):
 def test_warnings_fail_the_build_each_by_name(tmp_path):
     warning = ("import math\n", "import math\nimport warnings\n\nwarnings.warn('careful')\n")
     references = ("of a coin.", "of a {eq}`coin`, {cite}`nobody2025nothing`.")
-    done = build(broken(tmp_path, warning, references))
+    bare = "from IPython.display import display\n\ndisplay({'application/vnd.plotly.v1+json': {}}, raw=True)\n"
+    figure = ("import math\n\nprint", f"import math\n\n{bare}print")
+    done = build(broken(tmp_path, figure, warning, references))
     assert done.returncode == 1, done.stdout
     warnings = [line for line in done.stdout.splitlines() if "WARNING" in line and "01_chapter" in line]
     assert any("stderr" in line for line in warnings), warnings
     assert any("coin" in line for line in warnings), warnings
     assert any("nobody2025nothing" in line for line in warnings), warnings
+    assert any("unknown output mime type" in line for line in warnings), "a bare plotly figure is absent from the page"
 
 
 def test_a_missing_page_fails_the_build(tmp_path):
