@@ -23,6 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,20 +101,25 @@ def mutate(source: str, literal: Literal) -> str:
     return b"".join(lines).decode()
 
 
-def tests_pass(package_root: Path, test: Path) -> bool:
+def passes(package_root: Path, test: Path, quiet: bool) -> bool:
     """Whether `test` passes against the package in `package_root`, in a forked process."""
+    sys.stdout.flush()
     child = os.fork()
     if child == 0:
         status = 2
         try:
-            sink = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(sink, 1)
-            os.dup2(sink, 2)
+            if quiet:
+                sink = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(sink, 1)
+                os.dup2(sink, 2)
             os.chdir(package_root)
             sys.path.insert(0, str(package_root))
             import pytest
 
-            status = int(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", str(test)]))
+            status = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", str(test)]))
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -132,16 +138,13 @@ def main() -> int:
     test = Path(arguments.test or f"tests/test_{module.stem}.py")
     source = (ROOT / module).read_text()
     literals = [x for x in find_literals(source) if arguments.only is None or x.line in arguments.only]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.dont_write_bytecode = True
-    import beartype  # noqa: F401  imported once, before the forks; the package itself is not
-    import hypothesis  # noqa: F401
-    import jaxtyping  # noqa: F401
-    import mpmath  # noqa: F401
     import scipy.integrate
     import scipy.special
     import scipy.stats  # noqa: F401
-    import torch.func  # noqa: F401
+    import torch  # noqa: F401  the slow imports, once, before the forks; never the package itself
 
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +152,7 @@ def main() -> int:
         shutil.copytree(ROOT / module.parts[0], copy / module.parts[0], ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
-        if not tests_pass(copy, copy / test):
+        if not passes(copy, copy / test, quiet=False):
             print(f"{test} fails on the module as it stands: nothing to learn")
             return 2
         print(f"{module}: {len(literals)} constants, tests {test}")
@@ -157,7 +160,7 @@ def main() -> int:
             (copy / module).write_text(mutate(source, literal))
             line = source.splitlines()[literal.line - 1].strip()
             start = time.perf_counter()
-            if not tests_pass(copy, copy / test):
+            if not passes(copy, copy / test, quiet=True):
                 verdict = "killed"
             elif (literal.function, line) in EQUIVALENT:
                 verdict = "allowed: " + EQUIVALENT[literal.function, line]
