@@ -476,7 +476,9 @@ def sigmoid(q: Queries, k: Keys, allowed: Allowed, *, bias: float | Tensor | Non
     z = dot_product_logits(q, k, bias=bias, **logit_options)
     if bias is None:
         z = z - _log_allowed(allowed, z)
-    return _masked(torch.sigmoid(z), allowed)
+    # Not torch.sigmoid: its rounding depends on where in the tensor an element lies, so on a run's company.
+    e = torch.exp(-z.abs())
+    return _masked(torch.where(z >= 0, 1 / (1 + e), e / (1 + e)), allowed)
 
 
 def relu_pointwise(q: Queries, k: Keys, allowed: Allowed, **logit_options: Any) -> Weights:
@@ -593,8 +595,7 @@ def _log_allowed(allowed: Tensor | None, like: Tensor) -> Any:
 def _kernel(query_features: Tensor, key_features: Tensor, allowed: Tensor | None) -> Tensor:
     products = _masked(query_features @ key_features.mT, allowed)
     total = products.sum(-1, keepdim=True)
-    dead = total == 0
-    return (products / total.masked_fill(dead, 1.0)).masked_fill(dead, 0.0)
+    return products / total.masked_fill(total == 0, math.inf)  # 0/inf: a dead row's weights and gradients are 0
 
 
 def _relu_features(x: Tensor, axes: int | tuple[int, ...], visible: Tensor | None = None) -> Tensor:
@@ -883,7 +884,7 @@ def linear_attention(
 
 
 def _causal_sums(a: Tensor, b: Tensor, values: Tensor, offset: int) -> Tensor:
-    """Σ_{j ≤ i + offset} (a_i·b_j) values_j for every i: by products within a chunk of queries, by a running sum before."""
+    """Σ_{j ≤ i + offset} (a_i·b_j) values_j for every i: products within a chunk, a running sum before it."""
     n, m = a.shape[-2], b.shape[-2]
     edges = [*range(0, n, _CHUNK), n]
     # keys before the first query's own, then one block for each chunk of queries; slices would cost O(N) each backward
