@@ -1,4 +1,4 @@
-"""How far one gradient step moves the attention output, against a Lipschitz bound that must hold: state and explorer."""
+"""How far one gradient step moves the attention output, against a Lipschitz bound: the numbers and their explorer."""
 
 from __future__ import annotations
 
@@ -148,17 +148,17 @@ def lipschitz_explorer(
         figure = gradient_step_figure(rates, [gradient_step(sigma, rate, **settings) for rate in rates])
         now = gradient_step(sigma, eta, **settings)
         for name, label, value in (("softmax", "at this η", now.moved), ("bound", "its bound", now.bound)):
-            figures.points(figure, [eta], [float(value.median())], style=name, name=label, size=14)
+            figures.points(figure, [eta], [float(value.quantile(0.5))], style=name, name=label, size=14)
         return figure
 
     def read_out(sigma: float, eta: float) -> str:
         now = gradient_step(sigma, eta, **settings)
         share = float((now.moved / now.bound).max()) if bool((now.bound > 0).all()) else 0.0
+        moved, bound = float(now.moved.quantile(0.5)), float(now.bound.quantile(0.5))
         return (
-            f"σ = {sigma:.2f} (σ² = {sigma**2:.2f}), η = {eta:.3g}: one step moves the output of a prompt by "
-            f"{float(now.moved.median()):.3g} (median); the bound allows {float(now.bound.median()):.3g}. The closest "
-            f"any prompt comes to its bound is {100 * share:.2g} %. Mean entropy {now.entropy[0]:.3f} → "
-            f"{now.entropy[1]:.3f} nats."
+            f"σ = {sigma:.2f} (σ² = {sigma**2:.2f}), η = {eta:.3g}: one step moves the output of a prompt by {moved:.3g} "
+            f"(median); the bound allows {bound:.3g}. The closest any prompt comes to its bound is {100 * share:.2g} %. "
+            f"Mean entropy {now.entropy[0]:.3f} → {now.entropy[1]:.3f} nats."
         )
 
     controls = {"sigma": logit_std_slider(logit_std), "eta": learning_rate_slider(learning_rate)}
