@@ -477,7 +477,7 @@ def sigmoid(q: Queries, k: Keys, allowed: Allowed, *, bias: float | Tensor | Non
     if bias is None:
         z = z - _log_allowed(allowed, z)
     # Not torch.sigmoid: its rounding depends on where in the tensor an element lies, so on a run's company.
-    e = torch.exp(-z.abs())
+    e = torch.exp(torch.where(z >= 0, -z, z))  # not of -|z|, whose slope at 0 is 0
     return _masked(torch.where(z >= 0, 1 / (1 + e), e / (1 + e)), allowed)
 
 

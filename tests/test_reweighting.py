@@ -505,6 +505,13 @@ def test_sigmoid_of_zero_logits_is_one_over_n_plus_one():
     close(p, torch.tensor([[1 / 5] * 4, [1 / 3, 1 / 3, 0, 0]]))
 
 
+def test_sigmoid_has_slope_one_quarter_at_a_logit_of_zero():
+    q, k = torch.zeros(1, 4), torch.tensor([[1.0, -2.0, 3.0, 0.5]])
+    q.requires_grad_()
+    (slope,) = torch.autograd.grad(REWEIGHTINGS["sigmoid"].weights(q, k, bias=0.0).sum(), q)
+    close(slope, k / 2 / 4, rtol=1e-14, atol=0)  # z = q·k/2
+
+
 def test_p_softmax_has_rows_of_unit_norm_and_is_softmax_at_order_one():
     q, k = gaussian(3, 4), gaussian(5, 4, seed=1)
     p_softmax = REWEIGHTINGS["p_softmax"]
