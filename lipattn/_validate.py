@@ -15,35 +15,35 @@ def refuse(name: str, requirement: str, value: Any) -> ValueError:
     return ValueError(f"{name} must be {requirement}, got {name}={value!r}")
 
 
-def finite(name: str, value: float) -> float:
+def finite(name: str, value: Any) -> float:
     """`value` as a float, if it is a finite real number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise refuse(name, "a finite number", value)
     return float(value)
 
 
-def positive(name: str, value: float) -> float:
+def positive(name: str, value: Any) -> float:
     """`value` as a float, if it is finite and > 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 < value < math.inf):
         raise refuse(name, "finite and > 0", value)
     return float(value)
 
 
-def non_negative(name: str, value: float) -> float:
+def non_negative(name: str, value: Any) -> float:
     """`value` as a float, if it is finite and >= 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 <= value < math.inf):
         raise refuse(name, "finite and >= 0", value)
     return float(value)
 
 
-def fraction(name: str, value: float) -> float:
+def fraction(name: str, value: Any) -> float:
     """`value` as a float, if it lies in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 <= value <= 1):
         raise refuse(name, "in [0, 1]", value)
     return float(value)
 
 
-def integer(name: str, value: int, *, minimum: int, maximum: int | None = None) -> int:
+def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
     """`value` as an int, if it is a whole number in [minimum, maximum]."""
     wanted = f"an integer >= {minimum}" if maximum is None else f"an integer in [{minimum}, {maximum}]"
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -53,7 +53,7 @@ def integer(name: str, value: int, *, minimum: int, maximum: int | None = None) 
     return int(value)
 
 
-def choice(name: str, value: str, allowed: Collection[str]) -> str:
+def choice(name: str, value: Any, allowed: Collection[str]) -> str:
     """`value`, if it is one of `allowed`."""
     if value not in allowed:
         raise refuse(name, "one of " + ", ".join(map(repr, allowed)), value)

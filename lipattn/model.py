@@ -77,7 +77,7 @@ def init_weights(
     integer("width", width, minimum=1)
     integer("layers", layers, minimum=1)
     integer("heads", heads, minimum=1)
-    std = {b: init_std for b in BLOCKS} if not isinstance(init_std, Mapping) else dict(init_std)
+    std = dict.fromkeys(BLOCKS, init_std) if not isinstance(init_std, Mapping) else dict(init_std)
     if set(std) != set(BLOCKS):
         raise refuse("init_std", f"a number or one for each of {BLOCKS}", init_std)
     key = seed_tensor(seeds, device)[:, None, None]

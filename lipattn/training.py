@@ -20,7 +20,15 @@ from torch import Tensor
 import lipattn
 from lipattn._validate import choice, fraction, integer, non_negative, positive, refuse
 from lipattn.curvature import top_hessian_eigenvalue
-from lipattn.diagnostics import column_mass, entropy, frobenius_norm, live_mean, live_rows, logit_variance, spectral_norm
+from lipattn.diagnostics import (
+    column_mass,
+    entropy,
+    frobenius_norm,
+    live_mean,
+    live_rows,
+    logit_variance,
+    spectral_norm,
+)
 from lipattn.model import BLOCKS, FIXED_ATTENTION, forward, init_std_for, init_weights, predict
 from lipattn.reweighting import REWEIGHTINGS
 from lipattn.tasks import EVALUATION, null_loss, sample_prompts, seed_tensor
@@ -203,7 +211,7 @@ class History:
         """Entropy over ln(tokens): 1 uniform, 0 one-hot; NaN with a single token."""
         return self.entropy / math.log(self.config.tokens) if self.config.tokens > 1 else self.entropy * math.nan
 
-    def last(self, quantity: Float[Tensor, "runs steps *rest"]) -> Float[Tensor, "runs *rest"]:
+    def last(self, quantity: Float[Tensor, "runs steps *rest"]) -> Float[Tensor, runs *rest]:
         """The last measured value of each run: before its death, or at the end; NaN if there was none."""
         finite = quantity.flatten(2).isfinite().all(-1) if quantity.dim() > 2 else quantity.isfinite()
         position = torch.arange(quantity.shape[1], device=quantity.device)
@@ -232,18 +240,24 @@ class Survival:
         return self.n - self.alive
 
 
-def survival(history: History, confidence: float = 0.95) -> Survival:
+def survival(diverged: Bool[Tensor, " runs"], confidence: float = 0.95) -> Survival:
     """Fraction of runs that lived, with its Wilson score interval.
 
+    Args:
+        diverged: which runs died, as in ``history.diverged``.
+        confidence: of the interval.
+
     Raises:
-        ValueError: if `confidence` is not in (0, 1).
+        ValueError: if there are no runs or `confidence` is not in (0, 1).
 
     Source: Wilson 1927, as scipy.stats computes it.
     """
     if not 0 < confidence < 1:
         raise refuse("confidence", "in (0, 1)", confidence)
-    n = len(history.diverged)
-    alive = n - int(history.diverged.sum())
+    n = len(diverged)
+    if n == 0:
+        raise refuse("diverged", "of at least one run", tuple(diverged.shape))
+    alive = n - int(diverged.sum())
     interval = binomtest(alive, n).proportion_ci(confidence, method="wilson")
     return Survival(alive, n, float(interval.low), float(interval.high))
 
@@ -381,7 +395,7 @@ def train(config: TrainConfig) -> History:
     """
     seeds = torch.tensor(config.seeds, dtype=torch.int64)
     runs, device, dtype = len(seeds), config.device, config.torch_dtype
-    std: dict[str, float] = {b: config.init_std for b in BLOCKS}
+    std: dict[str, float] = dict.fromkeys(BLOCKS, config.init_std)
     if config.logit_std is not None:
         std |= {b: init_std_for(config.logit_std, config.d) for b in ("W_Q", "W_K")}
     final = init_weights(
