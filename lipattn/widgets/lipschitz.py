@@ -156,9 +156,9 @@ def lipschitz_explorer(
         share = float((now.moved / now.bound).max()) if bool((now.bound > 0).all()) else 0.0
         moved, bound = float(now.moved.quantile(0.5)), float(now.bound.quantile(0.5))
         return (
-            f"σ = {sigma:.2f} (σ² = {sigma**2:.2f}), η = {eta:.3g}: one step moves the output of a prompt by {moved:.3g} "
-            f"(median); the bound allows {bound:.3g}. The closest any prompt comes to its bound is {100 * share:.2g} %. "
-            f"Mean entropy {now.entropy[0]:.3f} → {now.entropy[1]:.3f} nats."
+            f"σ = {sigma:.2f} (σ² = {sigma**2:.2f}), η = {eta:.3g}: one step moves the output of a prompt by "
+            f"{moved:.3g} (median); its bound is {bound:.3g}. The closest any prompt comes to its bound is "
+            f"{100 * share:.2g} %. Mean entropy {now.entropy[0]:.3f} → {now.entropy[1]:.3f} nats."
         )
 
     controls = {"sigma": logit_std_slider(logit_std), "eta": learning_rate_slider(learning_rate)}
