@@ -18,7 +18,7 @@ __all__ = ["setup"]
 FIGURE = 'class="lipattn-figure"'
 PLOTLY = "../vendor/plotly/plotly-cartesian.min.js"  # relative to _static; html_extra_path puts it beside the pages
 FIGURES_SCRIPT = "../site/figures.js"
-STYLE = "../site/book.css"
+STYLES = ("../site/book.css", "../site/api.css")
 PLOTLY_JSON = "application/vnd.plotly.v1+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 
@@ -75,7 +75,7 @@ def _check_assets(app: Any, config: Any) -> None:
             path = assets / "vendor" / name
             if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
                 raise ConfigError(f"{path} of {package} is missing or changed: run `python tools/vendor.py`")
-    for name in (FIGURES_SCRIPT, STYLE):
+    for name in (FIGURES_SCRIPT, *STYLES):
         if not (assets / name.removeprefix("../")).is_file():
             raise ConfigError(f"{assets / name.removeprefix('../')} is missing")
 
@@ -146,5 +146,6 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("config-inited", _name_cache)
     app.connect("html-page-context", _page_scripts, priority=900)
     app.connect("build-finished", _finish)
-    app.add_css_file(STYLE, priority=900)
+    for style in STYLES:
+        app.add_css_file(style, priority=900)
     return {"version": lipattn.__version__, "parallel_read_safe": True, "parallel_write_safe": True}

@@ -118,7 +118,7 @@ def draw(page: Page) -> None:
     for figure in page.query_selector_all("figure.lipattn-figure"):
         figure.scroll_into_view_if_needed()
         name = figure.get_attribute("id")
-        page.wait_for_function("id => document.getElementById(id).querySelector('svg.main-svg .plot')", arg=name)
+        page.wait_for_function("id => document.getElementById(id).dataset.drawn", arg=name)
 
 
 # Text that MathJax should have turned into formulas, and did not
@@ -134,9 +134,10 @@ FORMULAS = """() => [...document.querySelectorAll("main .math")].map(e => ({
   width: e.querySelector("mjx-container")?.getBoundingClientRect().width,
 }))"""
 FIGURES = """() => [...document.querySelectorAll("figure")].filter(e => e.id.startsWith("fig-")).map(e => e.id)"""
-# Marks that show data: lines, markers, bars, heat maps, contours
-MARKS = """id => document.getElementById(id).querySelectorAll(
-  ".scatterlayer .trace path, .barlayer path, .heatmaplayer image, .contourlayer path, .imagelayer image").length"""
+# Marks that show data: lines, markers, bars, contours and heat maps
+MARKS = """id => [...document.getElementById(id).querySelectorAll(
+  "svg.main-svg .cartesianlayer :is(.scatterlayer, .barlayer, .contourlayer, .heatmaplayer) :is(path, image)")]
+  .filter(e => e.getBoundingClientRect().width + e.getBoundingClientRect().height > 0).length"""
 CAPTION = """id => document.getElementById(id).querySelector("figcaption")?.innerText.trim()"""
 TEXTS = """() => [...document.querySelectorAll("figure.lipattn-figure svg text, figure.lipattn-figure figcaption")]
   .filter(e => e.textContent.trim() && e.getBoundingClientRect().width > 0).map(e => {
