@@ -1,3 +1,50 @@
 """The figures that each page must show: page → ids, in the order of the page. A page that is not named has none."""
 
-EXPECTED_FIGURES: dict[str, tuple[str, ...]] = {}
+EXPECTED_FIGURES: dict[str, tuple[str, ...]] = {
+    "intro": ("fig-chain",),
+    "01_lipschitz": (
+        "fig-softmax-jacobian",
+        "fig-feature-maps",
+        "fig-witness",
+        "fig-ball",
+        "fig-growth",
+        "fig-dead-row-jump",
+        "fig-dead-rows",
+        "fig-gradient-step",
+    ),
+    "02_variance_entropy": (
+        "fig-three-tokens",
+        "fig-simplex",
+        "fig-sensitivity",
+        "fig-expansion",
+        "fig-condensation",
+        "fig-participation",
+        "fig-mechanisms",
+        "fig-qk-layernorm",
+        "fig-heatmaps",
+        "fig-floors",
+        "fig-one-step",
+    ),
+    "03_collapse_gradient": (
+        "fig-renyi",
+        "fig-trace",
+        "fig-kinds",
+        "fig-token-mean",
+        "fig-bound-vs-gradient",
+        "fig-vanishing",
+        "fig-depth",
+        "fig-training-frobenius",
+        "fig-curvature-law",
+        "fig-step",
+        "fig-stability",
+        "fig-interventions",
+    ),
+    "04_a_run_that_dies": (
+        "fig-one-run",
+        "fig-survival",
+        "fig-time-courses",
+        "fig-deep-courses",
+        "fig-survival-deep",
+        "fig-survivors",
+    ),
+}
