@@ -153,7 +153,8 @@ def test_a_page_shows_the_library_it_was_built_with_also_from_a_cache(tmp_path):
 def test_a_chapter_that_raises_fails_the_build(tmp_path):
     done = build(broken(tmp_path, ("import math\n", "import math\n\nraise RuntimeError('poison')\n")))
     assert done.returncode == 1, done.stdout
-    assert "RuntimeError: poison" in done.stdout
+    assert "RuntimeError" in done.stdout
+    assert "poison" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("failed: ")
 
 
