@@ -589,7 +589,7 @@ def relu_kernel_entropy(n: int, d_k: int) -> float:
 
     For q and k_j independent, isotropic Gaussian of width `d_k` (any standard deviation: the kernel is homogeneous),
     the mean over **live** rows; the share of dead ones is `dead_row_probability`. In [0, ln N): → ln N as d_k → ∞.
-    0 for n = 1. To 7 digits; a third of a second for a new (n, d_k), then remembered.
+    0 for n = 1. To 8 digits; a third of a second for a new (n, d_k), then remembered.
 
     Raises:
         ValueError: if n < 1 or d_k < 1.

@@ -246,8 +246,8 @@ def test_resummed_entropy_is_the_first_order_in_one_over_n(sigma):
 
 def test_laws_below_condensation_are_the_large_n_limit():
     assert theory.expected_entropy(16384, 1.0) == pytest.approx(theory.typical_entropy(16384, 1.0), abs=2e-4)
-    assert theory.typical_entropy(16384, 1.0) == pytest.approx(math.log(16384) - 0.5, rel=1e-14)
-    assert theory.annealed_sum_of_squares(10**6, 1.0) == pytest.approx(math.e * 1e-6, rel=1e-13)
+    assert theory.typical_entropy(16384, 2.0) == pytest.approx(math.log(16384) - 2, rel=1e-14)
+    assert theory.annealed_sum_of_squares(10**6, math.sqrt(2)) == pytest.approx(math.e**2 * 1e-6, rel=1e-13)
     assert theory.expected_sum_of_squares(10**6, 1.0) == pytest.approx(math.e * 1e-6, rel=1e-4)
 
 

@@ -141,6 +141,10 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.dont_write_bytecode = True
+    import beartype.claw  # noqa: F401
+    import jaxtyping  # noqa: F401
+    import mpmath  # noqa: F401
+    import pytest  # noqa: F401
     import scipy.integrate
     import scipy.special
     import scipy.stats  # noqa: F401
