@@ -73,7 +73,9 @@ def main() -> None:
             times = [1e3 * t / STEPS for t in seconds(work)]
             middle = statistics.median(times)
             base = base or middle
-            print(f"{label:32s} {program:28s} {middle:18.1f} {min(times):7.1f}–{max(times):<7.1f} {middle / base:10.2f}")
+            print(
+                f"{label:32s} {program:28s} {middle:18.1f} {min(times):7.1f}–{max(times):<7.1f} {middle / base:10.2f}"
+            )
             rows.append({"setting": label, "program": program, "ms_per_step": times, "ratio": middle / base})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"threads": 1, "steps": STEPS, "rows": rows}, indent=1))

@@ -15,30 +15,35 @@ def refuse(name: str, requirement: str, value: Any) -> ValueError:
     return ValueError(f"{name} must be {requirement}, got {name}={value!r}")
 
 
+def _real(value: Any) -> float:
+    """`value` as a float; NaN, which no range holds, if it is not a real number."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+
+
 def finite(name: str, value: Any) -> float:
     """`value` as a float, if it is a finite real number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if not math.isfinite(_real(value)):
         raise refuse(name, "a finite number", value)
     return float(value)
 
 
 def positive(name: str, value: Any) -> float:
     """`value` as a float, if it is finite and > 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not (0 < value < math.inf):
+    if not 0 < _real(value) < math.inf:
         raise refuse(name, "finite and > 0", value)
     return float(value)
 
 
 def non_negative(name: str, value: Any) -> float:
     """`value` as a float, if it is finite and >= 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not (0 <= value < math.inf):
+    if not 0 <= _real(value) < math.inf:
         raise refuse(name, "finite and >= 0", value)
     return float(value)
 
 
 def fraction(name: str, value: Any) -> float:
     """`value` as a float, if it lies in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not (0 <= value <= 1):
+    if not 0 <= _real(value) <= 1:
         raise refuse(name, "in [0, 1]", value)
     return float(value)
 
@@ -48,9 +53,10 @@ def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) 
     wanted = f"an integer >= {minimum}" if maximum is None else f"an integer in [{minimum}, {maximum}]"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise refuse(name, wanted, value)
-    if value < minimum or (maximum is not None and value > maximum):
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
         raise refuse(name, wanted, value)
-    return int(value)
+    return number
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> str:

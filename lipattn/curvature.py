@@ -18,7 +18,9 @@ __all__ = ["hessian_vector_product", "top_hessian_eigenvalue"]
 Weights = Mapping[str, Tensor]
 
 
-def _gradient(loss: Callable[[dict[str, Tensor]], Tensor], weights: Weights, blocks: tuple[str, ...]):
+def _gradient(
+    loss: Callable[[dict[str, Tensor]], Tensor], weights: Weights, blocks: tuple[str, ...]
+) -> tuple[list[Tensor], Tensor]:
     """Leaves of the chosen blocks, and their gradient (runs, parameters) with its graph kept."""
     missing = [b for b in blocks if b not in weights]
     if missing or not blocks:

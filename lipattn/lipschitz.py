@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Mechanism = str | Callable[..., Tensor]
-"""A key of REWEIGHTINGS, or a function (q, k, **options) -> p."""
+"""A key of REWEIGHTINGS, or a function ``(q, k, **options) -> p``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ def attention(
     r"""One head of self-attention as a map of its tokens, :math:`O = P(XW_Q, XW_K)\,XW_V`.
 
     Args:
-        mechanism: key of REWEIGHTINGS, or a function (q, k, **options) → p.
+        mechanism: key of REWEIGHTINGS, or a function ``(q, k, **options) → p``.
         options: passed on to the mechanism (mask, causal, temperature, …).
 
     Raises:
@@ -483,7 +483,7 @@ def local_lipschitz_growth(
     So none of them is Lipschitz in its tokens.
 
     Args:
-        mechanism: key of REWEIGHTINGS, or a function (q, k, **options) → p.
+        mechanism: key of REWEIGHTINGS, or a function ``(q, k, **options) → p``.
         sizes: values of C, at least two different ones, each > 0.
         n: number of tokens, at least 3.
         width: D = d_k, at least 2.

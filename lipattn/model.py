@@ -1,7 +1,7 @@
 r"""Attention-only stacks with a leading ``runs`` axis: many independent models as one tensor program.
 
-Weights are a dict of three tensors ``(runs, layers, heads, D, D)``; tokens are ``(runs, batch, tokens, D)``. No run ever
-meets another: every operation is batched over the leading axis.
+Weights are a dict of three tensors ``(runs, layers, heads, D, D)``; tokens are ``(runs, batch, tokens, D)``. No run
+ever meets another: every operation is batched over the leading axis.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def expected_logit_std(init_std: float, d: int) -> float:
     .. math:: \sigma^2 = \mathbb E\Big[\frac{(z_q^\top W_Q W_K^\top z_j)^2}{D}\Big]
               = s^4\, \mathbb E\|z_q\|^2\, \mathbb E\|z_j\|^2 = 2 d^2 s^4
 
-    with s the standard deviation of the entries of W_Q and W_K, z_q = (x, 0), z_j = (x_j, y_j). Given the prompt's w the
-    z_j are independent with mean zero, so this is also the expected population variance of one query's logits.
+    with s the standard deviation of the entries of W_Q and W_K, z_q = (x, 0), z_j = (x_j, y_j). Given the prompt's w
+    the z_j are independent with mean zero, so this is also the expected population variance of one query's logits.
 
     Source: ours, chapter 4.
     """

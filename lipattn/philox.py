@@ -1,8 +1,8 @@
 r"""Philox4x32-10: random numbers as a function of where they are used.
 
-A counter-based generator has no state to advance: a key (the run's seed) and a counter (step, prompt, place) go in, four
-32-bit words come out. So a run's data depend on its seed, step and place alone, never on which other runs train beside
-it, and the same function in another language gives the same words.
+A counter-based generator has no state to advance: a key (the run's seed) and a counter (step, prompt, place) go in,
+four 32-bit words come out. So a run's data depend on its seed, step and place alone, never on which other runs train
+beside it, and the same function in another language gives the same words.
 
 Source: Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, SC 2011, section 3.3.
 """

@@ -102,7 +102,7 @@ class Reweighting:
     invariant_up_to: str | None = None
     """The positive option in whose limit 0 the scale invariance is exact; None if it is exact as it stands."""
     bounded_logits: Callable[[int], float] | None = None
-    """Width d_k → bound on |logit| at default options, for any q and k; None if there is none."""
+    """Width d_k → bound on the absolute logit at default options, for any q and k; None if there is none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,8 +159,8 @@ class TrainConfig:
 class History:
     """What a set of runs did. Rows are runs; NaN marks what was not measured, after a run's death above all.
 
-    Every recorded quantity is that *before* the update of its step, on that step's batch. Quantities of P are means over
-    batch and heads (and, for those of a row, over live rows).
+    Every recorded quantity is that *before* the update of its step, on that step's batch. Quantities of P are means
+    over batch and heads (and, for those of a row, over live rows).
 
     Attributes:
         config: what was asked for.
@@ -211,7 +212,7 @@ class History:
         """Entropy over ln(tokens): 1 uniform, 0 one-hot; NaN with a single token."""
         return self.entropy / math.log(self.config.tokens) if self.config.tokens > 1 else self.entropy * math.nan
 
-    def last(self, quantity: Float[Tensor, "runs steps *rest"]) -> Float[Tensor, runs *rest]:
+    def last(self, quantity: Float[Tensor, "runs steps *rest"]) -> Float[Tensor, runs * rest]:
         """The last measured value of each run: before its death, or at the end; NaN if there was none."""
         finite = quantity.flatten(2).isfinite().all(-1) if quantity.dim() > 2 else quantity.isfinite()
         position = torch.arange(quantity.shape[1], device=quantity.device)
@@ -289,7 +290,9 @@ class _Optimizer:
                 m = self.state[0][block] = b1 * self.state[0][block] + (1 - b1) * g
                 v = self.state[1][block] = b2 * self.state[1][block] + (1 - b2) * g * g
                 m_hat, root = m / (1 - b1**self.count), (v / (1 - b2**self.count)).sqrt()
-                stepped[block] = w * (1 - c.learning_rate * c.weight_decay) - c.learning_rate * m_hat / (root + c.epsilon)
+                stepped[block] = w * (1 - c.learning_rate * c.weight_decay) - c.learning_rate * m_hat / (
+                    root + c.epsilon
+                )
         return stepped
 
 
@@ -326,9 +329,7 @@ class _Recorder:
             return torch.full(shape, torch.nan, dtype=config.torch_dtype, device=config.device)
 
         per_layer = ("entropy", "query_entropy", "query_sum_of_squares", "frobenius_norm", "column_mass")
-        self.tables = {
-            name: table("recorded", config.layers) for name in (*per_layer, "logit_variance", "dead_rows")
-        }
+        self.tables = {name: table("recorded", config.layers) for name in (*per_layer, "logit_variance", "dead_rows")}
         self.gradient_norm = {b: table("recorded", config.layers) for b in BLOCKS}
         self.weight_norm = {b: table("recorded", config.layers) for b in BLOCKS}
         self.spectral_norm = table("spectral", config.layers)
@@ -384,9 +385,10 @@ def _mean(x: Tensor) -> Tensor:
 def train(config: TrainConfig) -> History:
     """Train every run of `config`, side by side.
 
-    Each run at each step draws its own prompts, and its loss depends on its own weights alone; the summed loss therefore
-    has every run's own gradient. The gradient comes from the query row only (see :func:`lipattn.model.predict`); what is
-    recorded comes from a separate pass over all rows, so that recording more or less often changes no run.
+    Each run at each step draws its own prompts, and its loss depends on its own weights alone; the summed loss
+    therefore has every run's own gradient. The gradient comes from the query row only (see
+    :func:`lipattn.model.predict`); what is recorded comes from a separate pass over all rows, so that recording
+    more or less often changes no run.
 
     Returns:
         A :class:`History` with one row a run, in the order of `config.seeds`.
@@ -430,7 +432,7 @@ def train(config: TrainConfig) -> History:
         recorder.attention(step, alive, weights, tokens)
         if config.sharpness_every and step % config.sharpness_every == 0:
             recorder.sharpness[alive, step // config.sharpness_every] = top_hessian_eigenvalue(
-                lambda w, tokens=tokens, targets=targets: _losses(config, w, tokens, targets),
+                partial(_losses, config, tokens=tokens, targets=targets),
                 weights,
                 blocks=tuple(config.sharpness_blocks),
                 iterations=config.sharpness_iterations,

@@ -1,5 +1,7 @@
 """The top eigenvalue against a Hessian that is written down, run by run."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def test_fewer_iterations_never_exceed_the_truth_and_improve(generator):
     estimates = [
         top_hessian_eigenvalue(quadratic(matrices), weights, blocks=("a", "b"), iterations=k) for k in (1, 3, 8, 20)
     ]
-    for worse, better in zip(estimates, estimates[1:], strict=False):
+    for worse, better in pairwise(estimates):
         assert bool((better >= worse - 1e-9).all())
     assert bool((estimates[-1] <= truth * (1 + 1e-12)).all())
     assert torch.allclose(estimates[-1], truth, rtol=1e-6)

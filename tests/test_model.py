@@ -41,7 +41,9 @@ def softmax_stack_in_python(w, x, residual):
         for head in range(len(w["W_Q"][layer])):
             q, k, v = (times(x, w[b][layer][head]) for b in BLOCKS)
             for i, row in enumerate(q):
-                scores = [math.exp(sum(a * b for a, b in zip(row, key, strict=True)) / math.sqrt(len(row))) for key in k]
+                scores = [
+                    math.exp(sum(a * b for a, b in zip(row, key, strict=True)) / math.sqrt(len(row))) for key in k
+                ]
                 for j, value in enumerate(v):
                     for f in range(len(row)):
                         total[i][f] += scores[j] / sum(scores) * value[f]
@@ -54,7 +56,9 @@ def test_stack_equals_loops_over_one_prompt(tokens, residual):
     w = stack()
     out, layers = forward(w, tokens, residual=residual)
     for run, prompt in ((0, 0), (1, 2)):
-        expected = softmax_stack_in_python({b: w[b][run].tolist() for b in BLOCKS}, tokens[run, prompt].tolist(), residual)
+        expected = softmax_stack_in_python(
+            {b: w[b][run].tolist() for b in BLOCKS}, tokens[run, prompt].tolist(), residual
+        )
         assert torch.allclose(out[run, prompt], torch.tensor(expected), atol=1e-12)
     assert len(layers) == 2
     assert layers[0].p.shape == (2, 2, 3, 6, 6)

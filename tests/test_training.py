@@ -331,6 +331,4 @@ def test_smallest_sizes_train():
 @pytest.mark.parametrize(("options", "name"), [({"temperature": 2.0}, "softmax"), ({"gain": 2.0}, "qk_layernorm")])
 def test_options_reach_the_mechanism(options, name):
     base = dataclasses.replace(SMALL, reweighting=name, steps=1)
-    assert not torch.equal(
-        train(base).entropy, train(dataclasses.replace(base, reweighting_options=options)).entropy
-    )
+    assert not torch.equal(train(base).entropy, train(dataclasses.replace(base, reweighting_options=options)).entropy)

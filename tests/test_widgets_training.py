@@ -50,7 +50,8 @@ def test_a_bad_state_keeps_the_last_good_picture_and_says_why():
     box.controls["sigma"].min = -1.0
     box.controls["sigma"].value = -1.0
     assert "logit_std=-1.0" in box.read_out.value
-    assert [tuple(trace.y) for trace in box.figure.data] == before
+    for trace, values in zip(box.figure.data, before, strict=True):
+        np.testing.assert_array_equal(np.array(trace.y, dtype=float), np.array(values, dtype=float))
 
 
 def test_bad_settings_are_refused():

@@ -75,7 +75,9 @@ def training_explorer(
     """
     explorer_config(mechanism, logit_std, learning_rate)
     choices = ipywidgets.Dropdown(
-        options=[(entry.label, name) for name, entry in REWEIGHTINGS.items()], value=mechanism, description="beside softmax"
+        options=[(entry.label, name) for name, entry in REWEIGHTINGS.items()],
+        value=mechanism,
+        description="beside softmax",
     )
     controls = {
         "mechanism": choices,
