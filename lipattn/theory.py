@@ -485,8 +485,8 @@ def qk_layernorm_max_weight(n: int, d_k: int) -> float:
 
     .. math:: p_{\max} = \frac{1}{1 + (N-1) e^{-2\sqrt{d_k}}}
 
-    since no logit exceeds √d_k in absolute value. Tends to 1 with d_k: that the norm forbids collapse is a fact of small width. Attained by a
-    key along the query with all others opposite.
+    since no logit exceeds √d_k in absolute value. Tends to 1 with d_k: that the norm
+    forbids collapse is a fact of small width. Attained by a key along the query with all others opposite.
 
     Raises:
         ValueError: if n < 1 or d_k < 1.
