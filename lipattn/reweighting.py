@@ -544,7 +544,7 @@ def elu_kernel(q: Queries, k: Keys, allowed: Allowed) -> Weights:
     """φ(q_i)·φ(k_j)/Σ_l φ(q_i)·φ(k_l), φ = ELU + 1, in (0, 1), never dead in exact arithmetic.
 
     Features are taken relative to the largest of a query, and of all allowed keys, so that even coordinates of −1e30
-    give the right weights; a row whose products are all below the dtype's smallest number beside these is dead.
+    give the right weights; a row whose products sum to less than the dtype's smallest normal number is dead.
     Source: katharopoulos2020transformers, eqs. 4 and 7.
     """
     visible = None if allowed is None else allowed.any(-2)
@@ -593,9 +593,15 @@ def _log_allowed(allowed: Tensor | None, like: Tensor) -> Any:
 
 
 def _kernel(query_features: Tensor, key_features: Tensor, allowed: Tensor | None) -> Tensor:
-    products = _masked(query_features @ key_features.mT, allowed)
-    total = products.sum(-1, keepdim=True)
-    return products / total.masked_fill(total == 0, math.inf)  # 0/inf: a dead row's weights and gradients are 0
+    """φ(q_i)·φ(k_j) over its sum, the query's features divided first: no pass over n × m but the product itself.
+
+    A row whose sum is below the dtype's smallest normal number is dead.
+    """
+    seen = key_features.sum(-2, keepdim=True) if allowed is None else allowed.to(key_features.dtype) @ key_features
+    total = (query_features * seen).sum(-1, keepdim=True)
+    dead = total < torch.finfo(total.dtype).tiny
+    inverse = (1 / total.masked_fill(dead, 1.0)).masked_fill(dead, 0.0)
+    return _masked((query_features * inverse) @ key_features.mT, allowed)
 
 
 def _relu_features(x: Tensor, axes: int | tuple[int, ...], visible: Tensor | None = None) -> Tensor:
