@@ -601,7 +601,8 @@ def relu_kernel_entropy(n: int, d_k: int) -> float:
 
 
 def elu_kernel_entropy_limit(n: int, d_k: int) -> float:
-    r"""Mean entropy of the row-normalised ELU+1 kernel over `n` keys as the scale of q and k grows; nats.
+    r"""Mean entropy of the row-normalised ELU+1 kernel over `n` keys as the scale of q and k grows; nats,
+    up to terms of order 2^{−n}: rows dead under ReLU because of their keys, not of their query, are left out.
 
     .. math:: (1 - 2^{-d_k}) H_{\mathrm{ReLU}}(d_k) + 2^{-d_k} H_{\mathrm{ReLU}}(1)
 

@@ -178,7 +178,7 @@ def curvature_explorer(
         d, n_context, seed: of the prompts, see :func:`curvature_state`.
 
     Returns:
-        A box as :func:`lipattn.widgets._panel.panel` makes it; controls ``logit_std`` and ``learning_rate``.
+        A box with attributes ``controls`` (``logit_std`` and ``learning_rate``), ``figure`` and ``read_out``.
 
     Source: ours, chapter 3.
     """
